@@ -124,6 +124,8 @@ def verdict(runs: Sequence[wb.Run]) -> Iterator[str]:
     models = [run.experiment.model.name for run in runs]
     if len(runs) < 3 or {*models} != {"bert-scaled", "bert-large"}:
         sys.exit("A verdict needs runs of both models, and two seeds of at least one.")
+    if len(algorithms := {run.experiment.optimizer.algorithm for run in runs}) > 1:
+        sys.exit(f"A verdict is on one optimiser, and these runs have {' and '.join(sorted(algorithms))}.")
     known = [run.evaluations() for run in runs]
     losses = [np.mean([each[name] for name in HELD_OUT], axis=0) for each in known]
     for axis, unit in (("tokens", 1e6), ("flops", 1e15), ("gpu_hours", 1 / 60)):

@@ -173,6 +173,8 @@ def test_the_verdict_is_that_of_a_contrast(capsys: pytest.CaptureFixture[str]) -
     assert all(": higher (" in line for line in told[1:])
     with pytest.raises(SystemExit, match="both models"):
         call(f"pair_seeds verdict {shlex.join(folders[:3])}")
+    with pytest.raises(SystemExit, match="have adamw and muon"):
+        call(f"pair_seeds verdict {shlex.join([*folders, str(recorded / 'bert-large-adamw-seed0')])}")
 
 
 def test_sparse_kernels_are_timed_in_the_interpreter(tmp_path: Path) -> None:

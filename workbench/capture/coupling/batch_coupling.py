@@ -48,6 +48,7 @@ from workbench.capture.operations import (
     op_name,
     reachable,
     retarget,
+    schema_of,
     shape_of,
     sizes_of,
     storage_of,
@@ -163,7 +164,7 @@ class BatchWalk:
             self._states[node] = self._state(node)
             self._note_running(node)
             # The gradient of each row is divided by how often the batch has looked it up.
-            if node.op == "call_function" and _name(node) in TABLES and arguments_of(node)["scale_grad_by_freq"]:
+            if schema_of(node) and _name(node) in TABLES and arguments_of(node)["scale_grad_by_freq"]:
                 self._coupled.append(node)
             # A value that was divided once by a sum over fields of the batch has a mean as its sum over samples.
             shared = [source for source in node.all_input_nodes if source in self._shares]
@@ -512,11 +513,14 @@ def _index(walk: BatchWalk, node: fx.Node, name: str) -> int:
 
 def _bags(walk: BatchWalk, node: fx.Node, _name: str) -> int:
     """Return the batch dim of bags of one length, as a table of indices with a row for each sample makes them."""
-    table, indices, offsets, *weights = node.all_input_nodes
-    if walk._states[table] != NONE or any(walk._states[each] not in (NONE, 0) for each in (indices, *weights)):
+    given = arguments_of(node)
+    indices, offsets, weights = given["indices"], given["offsets"], given["per_sample_weights"]
+    if walk._states[given["weight"]] != NONE or any(
+        walk._states.get(e, NONE) not in (NONE, 0) for e in (indices, weights)
+    ):
         return UNKNOWN
     made, elements, bags = ancestors([offsets]), math.prod(shape_of(indices)), math.prod(shape_of(offsets))
-    if bags % walk._size or not walk._is_same_in_each_step(made):
+    if not bags or bags % walk._size or not walk._is_same_in_each_step(made):
         return UNKNOWN
     if not _numbers(offsets, made).equal(torch.arange(0, elements, max(1, elements // bags))):
         return UNKNOWN
@@ -927,7 +931,7 @@ class _AssumingWalk(BatchWalk):
         """
         growing = {source: self._states[source] for source in node.all_input_nodes}
         for made in (source for source in growing if _name(source) in MADE_ANEW):
-            [like] = made.all_input_nodes or [made]
+            like = next(iter(made.all_input_nodes), made)
             if shape_of(like) == shape_of(made) and any(_name(each) in _POSITIONS for each in ancestors([node])):
                 growing[made] = self._states[like]
         return {source: state for source, state in growing.items() if state >= 0}
